@@ -1,0 +1,1 @@
+"""Kernels over the paged KV cache. `reference` holds the XLA twin of each, under the same signature."""

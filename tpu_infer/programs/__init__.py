@@ -1,0 +1,1 @@
+"""Fixed-shape programs, compiled ahead of time, and the runner that launches them."""
