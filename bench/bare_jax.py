@@ -75,7 +75,7 @@ def attention(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, start: ja
     K, S = k_BKSH.shape[1:3]
     seen_TS = jnp.arange(S) <= start + jnp.arange(T)[:, None]
     q = q_BTNH.reshape(B, T, K, N // K, H)
-    if T == 1:  # XLA:CPU fuses multiply-and-sum; a batched dot of so few rows is slower
+    if B == T == 1:  # XLA:CPU fuses multiply-and-sum, which beats a dot for one row and loses to it for many
         q, k, v = (x.astype(jnp.float32) for x in (q[:, 0, :, :, None], k_BKSH[:, :, None], v_BKSH[:, :, None]))
         scores = jnp.sum(q * k, -1) * H**-0.5
         weights = jax.nn.softmax(jnp.where(seen_TS, scores, -jnp.inf), -1)

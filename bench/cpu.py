@@ -6,6 +6,8 @@ engines, first for one new token and then others for all of them:
 
     prefill tokens/s = rows * prompt / seconds(1 new)
     decode tokens/s  = rows * (new - 1) / (seconds(all new) - seconds(1 new))
+
+The table's "elsewhere" says how many CPUs other processes kept busy meanwhile: above 0.1 the figures are worth little.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 from safetensors.numpy import save_file
 
 from bench.checkpoint import Checkpoint, read_checkpoint
@@ -28,7 +31,6 @@ from bench.checkpoint import Checkpoint, read_checkpoint
 REPO = Path(__file__).resolve().parent.parent
 TORCH_ENV = REPO / ".cache" / "bench-torch"
 TORCH_PACKAGES = ("torch==2.13.0", "transformers==5.24.0", "safetensors", "numpy")
-MODEL_VARIABLE = "TPU_INFER_MODEL"
 ENGINES = ("ours", "bare", "transformers")
 MODULES = {"ours": "bench.ours", "bare": "bench.bare_jax", "transformers": "bench.hf_transformers"}
 FIRST_ORDINARY_ID = 1000  # ids below may be special tokens
@@ -59,13 +61,14 @@ class Timing:
     prefill: float  # prompt tokens per second, over all rows
     decode: float  # new tokens per second, over all rows
     first_ids: tuple[int, ...]  # the first new token of each row
+    elsewhere: float  # CPUs that other processes kept busy meanwhile, on average
 
 
 @dataclass(frozen=True)
 class Options:
     """The command line."""
 
-    model: Path
+    model: Path | None
     rounds: int
     rows: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -94,6 +97,11 @@ class Child:
             raise ChildError(f"{self._engine} did not give {new} tokens for each of {len(prompts)} prompts")
         return answer["seconds"], answer["tokens"]
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the engine has used."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
     def _read(self) -> dict:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -119,6 +127,13 @@ def start_child(engine: str, python: Path, model: Path, dtype: str, options: Opt
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def builtin_model() -> Path:
+    """The built-in model's file, fetched by the service's own command where it is not there yet."""
+    command = [sys.executable, "-m", "tpu_infer.cli", "fetch"]
+    output = subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return Path(output.strip())
 
 
 def torch_python() -> Path | None:
@@ -157,12 +172,25 @@ def make_prompts(rng: np.random.Generator, rows: int, length: int, vocab: int) -
     return rng.integers(FIRST_ORDINARY_ID, vocab, (rows, length)).tolist()
 
 
+def busy_cpu_seconds() -> float:
+    """CPU time that all processes have used since the machine started."""
+    times = psutil.cpu_times()
+    return times.user + times.system
+
+
 def time_child(child: Child, first: list[list[int]], rest: list[list[int]], new: int) -> Timing:
     """Time one new token on `first`, `new` of them on `rest`: other prompts, so that no prefix cache helps."""
     rows, prompt = len(first), len(first[0])
+    others = busy_cpu_seconds() - child.cpu_seconds()
     short, tokens = child.run(first, 1)
     long, _ = child.run(rest, new)
-    return Timing(rows * prompt / short, rows * (new - 1) / (long - short), tuple(ids[0] for ids in tokens))
+    others = busy_cpu_seconds() - child.cpu_seconds() - others
+    return Timing(
+        prefill=rows * prompt / short,
+        decode=rows * (new - 1) / (long - short),
+        first_ids=tuple(ids[0] for ids in tokens),
+        elsewhere=max(0.0, others / (short + long)),
+    )
 
 
 def measure_dtype(
@@ -211,6 +239,7 @@ def summarise(results: dict[Case, dict[str, list[Timing]]], base: str) -> list[d
                 "engine": engine,
                 "decode_tokens_per_s": statistics.median(timing.decode for timing in rounds),
                 "prefill_tokens_per_s": statistics.median(timing.prefill for timing in rounds),
+                "cpus_busy_elsewhere": statistics.median(timing.elsewhere for timing in rounds),
             }
             if engine != base:
                 record["ratio"] = statistics.median(ratios(timings[base], rounds))
@@ -223,6 +252,7 @@ def summarise(results: dict[Case, dict[str, list[Timing]]], base: str) -> list[d
 def format_record(record: dict) -> str:
     line = f"{record['dtype']:<9} {record['rows']:>4} {record['engine']:<13}"
     line += f"{record['decode_tokens_per_s']:>9.1f} {record['prefill_tokens_per_s']:>10.1f}"
+    line += f" {record['cpus_busy_elsewhere']:>9.2f}"
     if "ratio" not in record:
         return line
     ratio, target = record["ratio"], record["target"]
@@ -231,7 +261,9 @@ def format_record(record: dict) -> str:
 
 
 def print_table(records: list[dict], base: str) -> None:
-    title = f"{'dtype':<9} {'rows':>4} {'engine':<13}{'decode/s':>9} {'prefill/s':>10} {'same 1st':>10}"
+    title = (
+        f"{'dtype':<9} {'rows':>4} {'engine':<13}{'decode/s':>9} {'prefill/s':>10} {'elsewhere':>9} {'same 1st':>10}"
+    )
     print(f"\n{title} {base + '/it':>9} target")
     for record in records:
         print(format_record(record))
@@ -249,8 +281,7 @@ def parse_options() -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m bench.cpu", description="Tokens per second on a CPU, against peers."
     )
-    default = os.environ.get(MODEL_VARIABLE)
-    parser.add_argument("--model", type=Path, default=default, required=default is None, help="a GGUF file of a Llama")
+    parser.add_argument("--model", type=Path, help="a GGUF file of a Llama; default: the built-in model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=numbers, default=(1, 8, 32))
     parser.add_argument("--dtypes", type=words, default=("float32", "bfloat16"))
@@ -269,15 +300,16 @@ def parse_options() -> Options:
 def main() -> int:
     """Run the benchmark; the status is 1 if a target was missed."""
     options = parse_options()
-    checkpoint = read_checkpoint(options.model)
+    model = options.model or builtin_model()
+    checkpoint = read_checkpoint(model)
     pythons = {engine: Path(sys.executable) for engine in options.engines}
-    models = dict.fromkeys(options.engines, options.model)
+    models = dict.fromkeys(options.engines, model)
     if "transformers" in pythons:
         python = torch_python()
         if python is None:
             del pythons["transformers"]
         else:
-            pythons["transformers"], models["transformers"] = python, write_torch_model(checkpoint, options.model)
+            pythons["transformers"], models["transformers"] = python, write_torch_model(checkpoint, model)
     results: dict[Case, dict[str, list[Timing]]] = {}
     for dtype in options.dtypes:
         results |= measure_dtype(options, dtype, pythons, models, checkpoint.shape.vocab_size)

@@ -5,7 +5,7 @@ from tpu_infer import LLM, SamplingParams
 
 
 def load(args: ChildArgs) -> Generate:
-    llm = LLM(model=args.model, dtype=args.dtype, max_rows=args.max_rows, max_model_len=args.max_model_len)
+    llm = LLM(model=args.model, dtype=args.dtype, max_num_seqs=args.max_rows, max_model_len=args.max_model_len)
 
     def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
         results = llm.generate(prompts, SamplingParams(max_tokens=new, ignore_eos=True, temperature=0.0))

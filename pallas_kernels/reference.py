@@ -13,9 +13,9 @@ from jax import lax
 
 Array = jax.Array
 
-# Queries of one row that are attended to together, and cached tokens read at a time: both fit a core's L2 cache.
-QUERY_BLOCK = 64
-KV_BLOCK = 256
+QUERY_BLOCK = 64  # queries of one prompt chunk that are attended to together
+ROW_GROUP = 8  # rows with one query that are attended to together: what they read should fit a CPU's cache
+KV_BLOCK = 128  # cached tokens of a row that are read at a time
 
 # Scores of masked positions. Finite, so that a fully masked block gives exp(0) * 0 and not NaN.
 _MASKED = -1e30
@@ -50,20 +50,23 @@ def ragged_paged_attention(
 ) -> tuple[Array, Array]:
     """Write this step's keys and values into their pages, then attend causally: (out_TNH, cache).
 
-    Rows may be decode rows (one query), verify rows (a few) and prompt chunks, in any mix; those with one query are
-    cheapest when they come first. `window` counts the tokens seen, the query's own included. `soft_cap` bounds
-    scores by cap * tanh(score / cap). `sinks_N` are logits that take part in each head's softmax and carry no value.
-    `decode_only` promises that every row has exactly one query, and leaves out the code for the others.
-    Scores and sums are float32; the output has q's dtype. Query head n reads KV head n // (N / K).
+    Rows may be decode rows (one query), verify rows (a few) and prompt chunks, in any mix and order. `window` counts
+    the tokens seen, the query's own included. `soft_cap` bounds scores by cap * tanh(score / cap). `sinks_N` are
+    logits that take part in each head's softmax and carry no value. `decode_only` promises that query token r is row
+    r's only one, and leaves out the code for others. Scores and sums are float32; the output has q's dtype. Query head
+    n reads KV head n // (N / K). Keys and values that are no finite numbers are written as 0, so that one row's fault
+    can't reach whoever gets its pages next.
     """
     cache_LPKSC = write_kv(k_TKH, v_TKH, cache_LPKSC, layer, batch)
-    attend = _Attend(q_TNH, cache_LPKSC, layer, batch, scale, window, soft_cap, sinks_N)
+    attend = _Attend(cache_LPKSC, layer, batch, scale, window, soft_cap, sinks_N)
     if decode_only:
-        return attend.single_rows(jnp.zeros_like(q_TNH), q_TNH.shape[0]), cache_LPKSC
+        return attend.single_rows(q_TNH, jnp.int32(1)), cache_LPKSC
     query_lens_R = jnp.diff(batch.query_offsets_R1)
-    singles = jnp.sum(jnp.cumprod((query_lens_R == 1).astype(jnp.int32)))
-    out_TNH = attend.blocks(jnp.zeros_like(q_TNH), query_lens_R, singles)
-    return attend.single_rows(out_TNH, singles), cache_LPKSC
+    first_R = jnp.minimum(batch.query_offsets_R1[:-1], q_TNH.shape[0] - 1)
+    out_RNH = attend.single_rows(q_TNH[first_R], query_lens_R)
+    out_TNH = attend.blocks(q_TNH, jnp.where(query_lens_R == 1, 0, query_lens_R))
+    row_T, _, _ = token_positions(batch, q_TNH.shape[0])
+    return jnp.where((query_lens_R == 1)[row_T][:, None, None], out_RNH[row_T], out_TNH), cache_LPKSC
 
 
 def token_rows(query_offsets_R1: Array, tokens: int) -> Array:
@@ -91,7 +94,8 @@ def write_kv(k_TKH: Array, v_TKH: Array, cache_LPKSC: Array, layer: Array, batch
     row_T, position_T, valid_T = token_positions(batch, k_TKH.shape[0])
     column_T = jnp.minimum(lax.div(position_T, page_size), batch.tables_RP.shape[1] - 1)
     page_T, offset_T = batch.tables_RP[row_T, column_T], lax.rem(position_T, page_size)
-    kv_TKC = jnp.concatenate([k_TKH, v_TKH], axis=-1).astype(cache_LPKSC.dtype)
+    kv_TKC = jnp.concatenate([k_TKH, v_TKH], axis=-1)
+    kv_TKC = jnp.where(jnp.isfinite(kv_TKC), kv_TKC, 0).astype(cache_LPKSC.dtype)
     zero = jnp.int32(0)
 
     def body(token: Array, cache_LPKSC: Array) -> Array:
@@ -104,11 +108,10 @@ def write_kv(k_TKH: Array, v_TKH: Array, cache_LPKSC: Array, layer: Array, batch
 
 
 class _Attend:
-    """The flash loops over one layer's pages: their cost follows the real lengths, not the table's width."""
+    """Flash attention over one layer's pages: its loops follow the rows' real lengths, not the table's width."""
 
     def __init__(
         self,
-        q_TNH: Array,
         cache_LPKSC: Array,
         layer: Array,
         batch: RaggedBatch,
@@ -118,105 +121,109 @@ class _Attend:
         sinks_N: Array | None,
     ) -> None:
         layers, pages, kv_heads, page_size, lanes = cache_LPKSC.shape
-        self.q_TNH, self.batch = q_TNH, batch
-        self.kv_heads, self.page_size, self.head = kv_heads, page_size, lanes // 2
-        self.group = q_TNH.shape[1] // kv_heads
-        self.scale, self.window, self.soft_cap = scale, window, soft_cap
-        self.sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(kv_heads, self.group)
+        self.batch, self.scale, self.window, self.soft_cap = batch, scale, window, soft_cap
+        self.kv_heads, self.head = kv_heads, lanes // 2
+        self.sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(kv_heads, -1)
         self.flat_XSC = cache_LPKSC.reshape(layers * pages * kv_heads, page_size, lanes)
-        self.first_page = layer * pages
         self.block_pages = max(1, KV_BLOCK // page_size)
+        self.block_tokens = self.block_pages * page_size
         padding = -batch.tables_RP.shape[1] % self.block_pages
-        self.tables_RP = jnp.pad(batch.tables_RP, ((0, 0), (0, padding)))
+        # Of each row's pages, the index in flat_XSC of KV head 0.
+        self.index_RP = jnp.pad(layer * pages + batch.tables_RP, ((0, 0), (0, padding))) * kv_heads
 
-    def _read_block(self, row: Array, block: Array) -> Array:
-        """Cached tokens [block * KV_BLOCK, ...) of a row as [K, tokens, C]."""
-        pages = lax.dynamic_slice(self.tables_RP, (row, block * self.block_pages), (1, self.block_pages))[0]
-        index = (self.first_page + pages)[None, :] * self.kv_heads + jnp.arange(self.kv_heads)[:, None]
-        tokens = self.block_pages * self.page_size
-        return self.flat_XSC[index].reshape(self.kv_heads, tokens, 2 * self.head)
+    def single_rows(self, q_RNH: Array, query_lens_R: Array) -> Array:
+        """out_RNH of rows with one query, ROW_GROUP of them at a time; the others' output is not defined."""
+        rows, heads, head = q_RNH.shape
+        lengths_R = jnp.minimum(self.batch.starts_R + 1, self.batch.limits_R)
+        lengths_R = jnp.where(query_lens_R == 1, lengths_R, 0)
+        q_RKGQH = q_RNH.reshape(rows, self.kv_heads, heads // self.kv_heads, 1, head)
+        arguments = (q_RKGQH, self.index_RP, self.batch.starts_R, lengths_R)
+        if rows <= ROW_GROUP:
+            return self._flash(*arguments).reshape(q_RNH.shape).astype(q_RNH.dtype)
+        padded = [jnp.pad(array, [(0, -rows % ROW_GROUP), *[(0, 0)] * (array.ndim - 1)]) for array in arguments]
 
-    def _row(self, row: Array, q_KGQH: Array, first_position: Array, queries: Array) -> Array:
-        """Softmax attention of one row's `queries` consecutive positions, float32 [K, G, Q, H]."""
-        block_tokens = self.block_pages * self.page_size
-        width = q_KGQH.shape[2]
-        q_KGQH = q_KGQH.astype(jnp.float32) * self.scale
-        position_Q = first_position + jnp.arange(width)
-        length = jnp.minimum(first_position + queries, self.batch.limits_R[row])
-        first_block = 0
-        if self.window is not None:
-            first_block = jnp.maximum(first_position - self.window + 1, 0) // block_tokens
+        def body(group: Array, out_RKGQH: Array) -> Array:
+            first = group * ROW_GROUP
+            part = self._flash(*(lax.dynamic_slice_in_dim(array, first, ROW_GROUP) for array in padded))
+            return lax.dynamic_update_slice_in_dim(out_RKGQH, part, first, 0)
 
-        def body(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            max_KGQ, sum_KGQ, out_KGQH = state
-            cached_S = block * block_tokens + jnp.arange(block_tokens)
-            # Past the length may lie another row's NaN, and 0 * NaN would carry it over.
-            kv_KSC = jnp.where(cached_S[:, None] < length, self._read_block(row, block).astype(jnp.float32), 0.0)
-            score_KGQS = _scores(q_KGQH, kv_KSC[..., : self.head])
-            if self.soft_cap is not None:
-                score_KGQS = self.soft_cap * jnp.tanh(score_KGQS / self.soft_cap)
-            seen_QS = (cached_S <= position_Q[:, None]) & (cached_S < length)
-            if self.window is not None:
-                seen_QS &= cached_S > position_Q[:, None] - self.window
-            score_KGQS = jnp.where(seen_QS, score_KGQS, _MASKED)
-            new_max_KGQ = jnp.maximum(max_KGQ, score_KGQS.max(-1))
-            keep_KGQ = jnp.exp(max_KGQ - new_max_KGQ)
-            weight_KGQS = jnp.where(seen_QS, jnp.exp(score_KGQS - new_max_KGQ[..., None]), 0.0)
-            out_KGQH = out_KGQH * keep_KGQ[..., None] + _mix(weight_KGQS, kv_KSC[..., self.head :])
-            return new_max_KGQ, sum_KGQ * keep_KGQ + weight_KGQS.sum(-1), out_KGQH
+        groups = padded[0].shape[0] // ROW_GROUP
+        out_RKGQH = lax.fori_loop(0, groups, body, jnp.zeros(padded[0].shape, jnp.float32))
+        return out_RKGQH[:rows].reshape(q_RNH.shape).astype(q_RNH.dtype)
 
-        shape = q_KGQH.shape[:3]
-        if self.sinks_KG is None:
-            start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros(q_KGQH.shape))
-        else:
-            sinks_KGQ = jnp.broadcast_to(self.sinks_KG[..., None], shape)
-            start = (sinks_KGQ, jnp.ones(shape), jnp.zeros(q_KGQH.shape))
-        blocks = lax.div(length + jnp.int32(block_tokens - 1), jnp.int32(block_tokens))
-        _, sum_KGQ, out_KGQH = lax.fori_loop(first_block, blocks, body, start)
-        return out_KGQH / jnp.maximum(sum_KGQ, 1e-30)[..., None]
-
-    def single_rows(self, out_TNH: Array, count: Array | int) -> Array:
-        """Rows 0 to count - 1, each with one query: query token r is row r's."""
-        shape = (1, self.kv_heads, self.group, 1, self.head)
-
-        def body(row: Array, out_TNH: Array) -> Array:
-            q_1NH = lax.dynamic_slice_in_dim(self.q_TNH, row, 1)
-            out_KGQH = self._row(row, q_1NH.reshape(shape)[0], self.batch.starts_R[row], jnp.int32(1))
-            return lax.dynamic_update_slice_in_dim(out_TNH, out_KGQH.reshape(q_1NH.shape).astype(out_TNH.dtype), row, 0)
-
-        return lax.fori_loop(0, count, body, out_TNH)
-
-    def blocks(self, out_TNH: Array, query_lens_R: Array, singles: Array) -> Array:
-        """Rows from `singles` on, QUERY_BLOCK queries at a time, in order of their tokens."""
-        tokens, _, head = out_TNH.shape
-        rows = query_lens_R.shape[0]
-        q_TNH = jnp.pad(self.q_TNH, ((0, QUERY_BLOCK), (0, 0), (0, 0)))
-        blocks_R = jnp.where(jnp.arange(rows) < singles, 0, -(-query_lens_R // QUERY_BLOCK))
+    def blocks(self, q_TNH: Array, query_lens_R: Array) -> Array:
+        """out_TNH of rows with several queries, QUERY_BLOCK of them at a time, in order of their tokens."""
+        tokens, heads, head = q_TNH.shape
+        padding = ((0, QUERY_BLOCK), (0, 0), (0, 0))
+        q_TNH = jnp.pad(q_TNH, padding)
+        blocks_R = lax.div(query_lens_R + jnp.int32(QUERY_BLOCK - 1), jnp.int32(QUERY_BLOCK))
         ends_R = jnp.cumsum(blocks_R)
 
         def body(item: Array, out_TNH: Array) -> Array:
-            row = jnp.searchsorted(ends_R, item, side="right").astype(jnp.int32)
+            row = jnp.sum(ends_R <= item, dtype=jnp.int32)
             done = (item - (ends_R[row] - blocks_R[row])) * QUERY_BLOCK
             first = self.batch.query_offsets_R1[row] + done
             q_QNH = lax.dynamic_slice_in_dim(q_TNH, first, QUERY_BLOCK)
-            q_KGQH = q_QNH.reshape(QUERY_BLOCK, self.kv_heads, self.group, head).transpose(1, 2, 0, 3)
+            q_QKGH = q_QNH.reshape(QUERY_BLOCK, self.kv_heads, heads // self.kv_heads, head)
+            start = self.batch.starts_R[row] + done
             queries = jnp.minimum(query_lens_R[row] - done, QUERY_BLOCK)
-            out_KGQH = self._row(row, q_KGQH, self.batch.starts_R[row] + done, queries)
+            length = jnp.minimum(start + queries, self.batch.limits_R[row])
+            index_1P = lax.dynamic_slice_in_dim(self.index_RP, row, 1)
+            out_KGQH = self._flash(q_QKGH.transpose(1, 2, 0, 3)[None], index_1P, start[None], length[None])[0]
             out_QNH = out_KGQH.transpose(2, 0, 1, 3).reshape(q_QNH.shape).astype(out_TNH.dtype)
-            # What lies past the row's last query is overwritten by the next item, whose tokens stand there.
+            # What lies past the row's last query is written by the next item, or is a single row's.
             return lax.dynamic_update_slice_in_dim(out_TNH, out_QNH, first, 0)
 
-        padded = jnp.pad(out_TNH, ((0, QUERY_BLOCK), (0, 0), (0, 0)))
-        return lax.fori_loop(0, ends_R[-1], body, padded)[:tokens]
+        return lax.fori_loop(0, ends_R[-1], body, jnp.zeros_like(q_TNH))[:tokens]
+
+    def _flash(self, q_BKGQH: Array, index_BP: Array, start_B: Array, length_B: Array) -> Array:
+        """Softmax attention of B rows, each with Q consecutive positions from start_B, over length_B cached tokens."""
+        queries, head = q_BKGQH.shape[-2:]
+        position_BQ = start_B[:, None] + jnp.arange(queries)
+        q_BKGQH = q_BKGQH.astype(jnp.float32) * self.scale
+        wide = queries == 1
+        if wide:  # zeros against the value lanes cost less than cutting the keys out
+            q_BKGQH = jnp.concatenate([q_BKGQH, jnp.zeros_like(q_BKGQH)], axis=-1)
+
+        def body(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            max_BKGQ, sum_BKGQ, out_BKGQX = state
+            kv_BKSC = self._read(index_BP, block)
+            k_BKSX, v_BKSX = (kv_BKSC, kv_BKSC) if wide else (kv_BKSC[..., :head], kv_BKSC[..., head:])
+            score_BKGQS = _product("bkgqx,bksx->bkgqs", q_BKGQH, k_BKSX)
+            if self.soft_cap is not None:
+                score_BKGQS = self.soft_cap * jnp.tanh(score_BKGQS / self.soft_cap)
+            cached_S = block * self.block_tokens + jnp.arange(self.block_tokens)
+            seen_BQS = (cached_S <= position_BQ[:, :, None]) & (cached_S < length_B[:, None, None])
+            if self.window is not None:
+                seen_BQS &= cached_S > position_BQ[:, :, None] - self.window
+            seen_BKGQS = seen_BQS[:, None, None]
+            score_BKGQS = jnp.where(seen_BKGQS, score_BKGQS, _MASKED)
+            new_max_BKGQ = jnp.maximum(max_BKGQ, score_BKGQS.max(-1))
+            keep_BKGQ = jnp.exp(max_BKGQ - new_max_BKGQ)
+            weight_BKGQS = jnp.where(seen_BKGQS, jnp.exp(score_BKGQS - new_max_BKGQ[..., None]), 0.0)
+            mixed_BKGQX = _product("bkgqs,bksx->bkgqx", weight_BKGQS, v_BKSX)
+            sum_BKGQ = sum_BKGQ * keep_BKGQ + weight_BKGQS.sum(-1)
+            return new_max_BKGQ, sum_BKGQ, out_BKGQX * keep_BKGQ[..., None] + mixed_BKGQX
+
+        first_block = jnp.int32(0)
+        if self.window is not None:
+            oldest_B = jnp.where(length_B > 0, jnp.maximum(start_B - (self.window - 1), 0), jnp.iinfo(jnp.int32).max)
+            first_block = lax.div(oldest_B.min(), jnp.int32(self.block_tokens))
+        blocks = lax.div(length_B.max() + jnp.int32(self.block_tokens - 1), jnp.int32(self.block_tokens))
+        shape = q_BKGQH.shape[:4]
+        sums, maxima = jnp.zeros(shape), jnp.full(shape, _MASKED)
+        if self.sinks_KG is not None:
+            sums, maxima = jnp.ones(shape), jnp.broadcast_to(self.sinks_KG[None, :, :, None], shape)
+        _, sum_BKGQ, out_BKGQX = lax.fori_loop(first_block, blocks, body, (maxima, sums, jnp.zeros(q_BKGQH.shape)))
+        return out_BKGQX[..., -head:] / jnp.maximum(sum_BKGQ, 1e-30)[..., None]
+
+    def _read(self, index_BP: Array, block: Array) -> Array:
+        """Cached tokens [block * KV_BLOCK, ...) of each row, float32 [B, K, tokens, C]."""
+        index_BX = lax.dynamic_slice_in_dim(index_BP, block * self.block_pages, self.block_pages, axis=1)
+        index_BKX = index_BX[:, None, :] + jnp.arange(self.kv_heads)[None, :, None]
+        pages_BKXSC = self.flat_XSC[index_BKX]
+        return pages_BKXSC.reshape(*index_BKX.shape[:2], self.block_tokens, -1).astype(jnp.float32)
 
 
-def _scores(q_KGQH: Array, k_KSH: Array) -> Array:
-    if q_KGQH.shape[2] == 1:  # one query: a multiply and a sum beat XLA:CPU's small matrix products
-        return (q_KGQH * k_KSH[:, None, :, :]).sum(-1)[:, :, None, :]
-    return jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, precision=lax.Precision.HIGHEST)
-
-
-def _mix(weight_KGQS: Array, v_KSH: Array) -> Array:
-    if weight_KGQS.shape[2] == 1:
-        return (weight_KGQS[:, :, 0, :, None] * v_KSH[:, None, :, :]).sum(2)[:, :, None, :]
-    return jnp.einsum("kgqs,ksh->kgqh", weight_KGQS, v_KSH, precision=lax.Precision.HIGHEST)
+def _product(equation: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)

@@ -25,7 +25,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def golden() -> list[dict[str, Any]]:
-    """Greedy tokens of the built-in model in float32, by transformers; each case has prompt_ids, greedy_ids, logprobs."""
+    """Greedy tokens of the built-in model in float32, by transformers, with their log-probabilities."""
     return json.loads((DATA / "smollm2_greedy.json").read_text())["cases"]
 
 

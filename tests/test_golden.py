@@ -76,7 +76,7 @@ def test_chunks_of_16(llm: LLM, golden: Cases) -> None:
 
 def test_preempted_for_want_of_pages(make_llm: Callable[..., LLM], golden: Cases) -> None:
     llm = make_llm(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, page_size=8, cache_pages=40, layers="scan"
+        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=384, page_size=8, cache_pages=48, layers="scan"
     )
     assert_golden(generate(llm, golden), golden)
     preemptions = llm.service.metrics.registry.get_sample_value("tpu_infer_preemptions_total")
@@ -85,7 +85,7 @@ def test_preempted_for_want_of_pages(make_llm: Callable[..., LLM], golden: Cases
 
 
 def test_three_tensor_shards(make_llm: Callable[..., LLM], golden: Cases) -> None:
-    llm = make_llm(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, layers="scan", tensor_parallel_size=3)
+    llm = make_llm(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=384, layers="scan", tensor_parallel_size=3)
     assert_golden(generate(llm, golden), golden)
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tpu_infer.config import Config, load_config, options
+from tpu_infer.config import Config, config_file, load_config, options
 from tpu_infer.errors import TpuInferError
 from tpu_infer.llm import Service, start_service
 from tpu_infer.types import FinishReason, Request, SamplingParams
@@ -27,7 +27,7 @@ notes = Console(stderr=True, highlight=False)
 CHAT_TOKENS = 512
 INTERRUPTED = 130
 
-_CONFIG_HELP = "TOML file with the options' defaults; flags win"
+_CONFIG_HELP = "TOML file, or the name of one that ships (default, laptop); flags win"
 _HIDDEN = ("model",)  # given as an argument or by a flag of the command's own
 
 
@@ -67,7 +67,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             "config_file",
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP)],
+            annotation=Annotated[str | None, typer.Option("--config", help=_CONFIG_HELP)],
         ),
         *(_option_parameter(part, option) for part, option in options() if option.name not in _HIDDEN),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
@@ -79,7 +79,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         names = [option.name for _, option in options() if option.name in values]
         given = {name: values.pop(name) for name in names if _on_command_line(ctx, name)}
         values = {name: value for name, value in values.items() if name not in names}
-        command(**values, config=load_config(file, given))
+        command(**values, config=load_config(config_file(file) if file else None, given))
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added

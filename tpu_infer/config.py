@@ -6,6 +6,7 @@ A key is "part.name", its flag `--name`. Every field's default and help stand he
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -81,6 +82,18 @@ def options() -> Iterator[tuple[str, Field[Any]]]:
         defaults: Any = part.default
         for option in fields(defaults):
             yield part.name, option
+
+
+def config_file(name: str) -> Path:
+    """The file that --config names: a path, or the name of a table that ships with the package."""
+    path = Path(name)
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        return path
+    shipped = files("tpu_infer.configs") / "serve"
+    names = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
+    if name not in names:
+        raise ConfigError("config", f"{name!r} is neither a .toml file nor one of {', '.join(names)}.")
+    return Path(str(shipped.joinpath(f"{name}.toml")))
 
 
 def load_config(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:

@@ -56,21 +56,17 @@ def kv_repeats(*, tensor: int, query_heads: int, kv_heads: int, hidden: int) -> 
 
     Raises MeshError when `tensor` does not divide the heads or the hidden width.
     """
+    possible = [
+        n
+        for n in range(1, min(query_heads, hidden) + 1)
+        if query_heads % n == hidden % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
     for name, size in (("query heads", query_heads), ("hidden width", hidden)):
         if size % tensor:
-            raise MeshError(
-                f"mesh.tensor = {tensor} does not divide the model's {size} {name}; "
-                f"possible: {_divisors(query_heads, hidden)}."
-            )
-    if kv_heads % tensor == 0:
-        return 1
-    if tensor % kv_heads == 0:
-        return tensor // kv_heads
-    raise MeshError(
-        f"mesh.tensor = {tensor} and the model's {kv_heads} KV heads: one must be a multiple of the other; "
-        f"possible: {[n for n in _divisors(query_heads, hidden) if kv_heads % n == 0 or n % kv_heads == 0]}."
-    )
-
-
-def _divisors(*sizes: int) -> list[int]:
-    return [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+            raise MeshError(f"mesh.tensor = {tensor} does not divide the model's {size} {name}; possible: {possible}.")
+    if tensor not in possible:
+        raise MeshError(
+            f"mesh.tensor = {tensor} and the model's {kv_heads} KV heads: one must be a multiple of the other; "
+            f"possible: {possible}."
+        )
+    return max(1, tensor // kv_heads)

@@ -1,0 +1,1 @@
+"""Tables that ship with the package: serve/ holds whole configurations."""
