@@ -31,7 +31,7 @@ def test_help_shows_every_option_with_its_default() -> None:
     result = run("generate", "--help")
     words = " ".join(result.stdout.replace("│", " ").split())
     for _, option in options():
-        if option.name != "model":
+        if option.name not in ("model", "max_num_seqs", "logprobs"):
             assert "--" + option.name.replace("_", "-") in words
     assert "[default: 512]" in words
     assert "[default: auto]" in words

@@ -36,7 +36,8 @@ def llm(directory: Path) -> Iterator[LLM]:
 def test_a_text_a_list_of_texts_ids_and_lists_of_ids(llm: LLM) -> None:
     (from_text,) = llm.generate("hello", GREEDY)
     (from_ids,) = llm.generate(from_text.prompt_token_ids, GREEDY)
-    both = llm.generate(["hello", from_text.prompt_token_ids], GREEDY)
+    mixed: Any = ["hello", from_text.prompt_token_ids]
+    both = llm.generate(mixed, GREEDY)
     assert from_text.prompt == "hello"
     assert from_ids.prompt is None
     assert [output.outputs for output in both] == [from_text.outputs, from_ids.outputs]
@@ -90,9 +91,10 @@ def test_a_wrong_prompt_is_refused_and_the_engine_unharmed(llm: LLM, prompt: Any
 
 
 def test_one_wrong_prompt_starts_none(llm: LLM) -> None:
+    wrong: Any = ["fine", [999]]
     steps = llm.service.metrics.registry.get_sample_value("tpu_infer_prompt_tokens_total")
     with pytest.raises(RequestError):
-        llm.generate(["fine", [[999]]], GREEDY)
+        llm.generate(wrong, GREEDY)
     assert llm.service.metrics.registry.get_sample_value("tpu_infer_prompt_tokens_total") == steps
 
 

@@ -8,6 +8,8 @@ import pytest
 from tpu_infer import SamplingParams
 from tpu_infer.errors import RequestError
 
+build: Any = SamplingParams  # called with wrong types on purpose
+
 BAD: list[tuple[str, Any]] = [
     *[("temperature", value) for value in (-0.1, 2.1, math.nan, math.inf, -math.inf, "1", None, True)],
     *[("top_p", value) for value in (0, -1, 1.01, math.nan, math.inf)],
@@ -26,7 +28,7 @@ BAD: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(**{name: value})
+        build(**{name: value})
     assert caught.value.param == name
     assert name in str(caught.value)
 
@@ -38,4 +40,4 @@ def test_edges_are_allowed() -> None:
 
 def test_an_unknown_parameter_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="presence_penalty"):
-        SamplingParams(**{"presence_penalty": 1.0})
+        build(presence_penalty=1.0)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,8 @@ CHAT_TOKENS = 512
 INTERRUPTED = 130
 
 _CONFIG_HELP = "TOML file, or the name of one that ships (default, laptop); flags win"
-_HIDDEN = ("model",)  # given as an argument or by a flag of the command's own
+# `model` is a flag of the commands' own; the others these commands, which run one sequence, decide for themselves.
+_HIDDEN = ("model", "max_num_seqs", "logprobs")
 
 
 class Bars:
@@ -103,16 +105,15 @@ def _on_command_line(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _with_model(config: Config, model: str | None, **defaults: int) -> Config:
-    """The configuration with the command's model, and other defaults where the user left config.py's."""
-    flags: dict[str, Any] = {"model": model} if model else {}
-    unset = {
-        name: value
-        for name, value in defaults.items()
-        if vars(config.scheduler)[name] == vars(Config().scheduler)[name]
-    }
-    parts = {**{option.name: vars(vars(config)[part])[option.name] for part, option in options()}, **unset, **flags}
-    return load_config(flags=parts)
+def _single(config: Config, model: str | None) -> Config:
+    """The configuration of a command that runs one sequence and shows no log-probabilities: fewer programs."""
+    chosen = replace(config.model, model=model) if model else config.model
+    return replace(
+        config,
+        model=chosen,
+        scheduler=replace(config.scheduler, max_num_seqs=1),
+        compile=replace(config.compile, logprobs=False),
+    )
 
 
 ModelFlag = Annotated[
@@ -139,7 +140,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
     started = time.perf_counter()
-    with running_service(_with_model(config, model, max_num_seqs=1)) as service:
+    with running_service(_single(config, model)) as service:
         ids = service.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else None
         answer = asyncio.run(stream_answer(service, Request(id="0", prompt=ids or prompt, params=params)))
         phases = service.phases | {"first token": answer.first_token_seconds}
@@ -152,7 +153,7 @@ def generate(
 @with_options
 def serve(config: Config, model: ModelFlag = None) -> None:
     """Chat at a prompt on the terminal; Ctrl-C stops an answer, Ctrl-D ends."""
-    with running_service(_with_model(config, model, max_num_seqs=1)) as service:
+    with running_service(_single(config, model)) as service:
         limits = service.executor.limits
         name = service.checkpoint.config.name
         notes.print(

@@ -133,7 +133,8 @@ def make_case(variant: Variant, rows: list[Row], *, seed: int = 0, shared: bool 
         np.array([row.cached + row.queries - row.cut for row in rows], np.int32),
         offsets.astype(np.int32),
     )
-    return Case(*(array.astype(dtype) for array in (q, k, v, paged)), batch, poisoned)
+    q, k, v, paged = (array.astype(dtype) for array in (q, k, v, paged))
+    return Case(q, k, v, paged, batch, poisoned)
 
 
 @cache

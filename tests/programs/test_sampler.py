@@ -35,17 +35,18 @@ def draw(
     top_k: Any = 0,
     top_p: Any = 1.0,
     min_p: Any = 0.0,
-) -> Sampled:
-    """Sample [R, V] logits; fields given as one number are every row's. Rows' seeds differ unless given."""
+) -> Any:
+    """Sample [R, V] logits into a Sampled of numpy arrays; fields given as one number are every row's. Rows' seeds
+    differ unless given."""
     rows = len(logits)
     seeds = np.asarray(range(rows) if seeds is None else seeds, np.uint64)
     words = np.broadcast_to(np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], -1), (rows, 2))
 
-    def column(value: Any, dtype: type) -> Any:
+    def column(value: Any, dtype: Any) -> Any:
         return np.broadcast_to(np.asarray(value, dtype), (rows,))
 
-    fields: Any = SamplingRows(
-        words.astype(np.uint32),  # type: ignore[arg-type]
+    fields: tuple[Any, ...] = (
+        words.astype(np.uint32),
         column(choice, np.int32),
         column(position, np.int32),
         column(temperature, np.float32),
@@ -53,10 +54,15 @@ def draw(
         column(top_p, np.float32),
         column(min_p, np.float32),
     )
-    sampled = _sample(
-        np.asarray(logits, np.float32), fields, masks, flags=flags, vocab=vocab or logits.shape[1], top=TOP
+    sampled: Sampled = _sample(
+        np.asarray(logits, np.float32),
+        SamplingRows(*fields),
+        masks,
+        flags=flags,
+        vocab=vocab or logits.shape[1],
+        top=TOP,
     )
-    return Sampled(*(None if part is None else np.asarray(part) for part in sampled))
+    return jax.tree.map(np.asarray, sampled)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -203,7 +209,7 @@ def test_neighbours_draw_independently(field: str):
 def test_a_draw_does_not_depend_on_its_batch():
     random = np.random.default_rng(1)
     logits = random.standard_normal((FEW, WIDTH))
-    fields: dict[str, np.ndarray] = {
+    fields: dict[str, Any] = {
         "seeds": random.integers(0, 2**63, FEW),
         "choice": random.integers(0, 128, FEW),
         "position": random.integers(0, 4096, FEW),
@@ -272,7 +278,6 @@ def test_padding_ids_are_never_drawn():
         sampled = draw(logits, flags=ALL, vocab=VOCAB, masks=masks, temperature=temperature, top_k=1)
         np.testing.assert_array_equal(sampled.token_R, logits[:, :VOCAB].argmax(-1))
         assert sampled.finite_R.all()
-        assert sampled.top_id_RN is not None
         assert (sampled.top_id_RN < VOCAB).all()
 
 
