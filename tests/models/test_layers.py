@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and gated MLP, each against its formula."""
+"""Norm and rotary embedding, each against its formula; the products are tested in the whole decoder."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from tpu_infer.models.config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig
-from tpu_infer.models.layers import GatedMLP, RMSNorm, contract, rope_frequencies, rotate
+from tpu_infer.models.layers import RMSNorm, rope_frequencies, rotate
 
 from . import reference
 
@@ -75,29 +75,3 @@ def test_norm_of_zeros_is_zero_and_of_large_bfloat16_is_not_lost():
     # Squared and summed in bfloat16, these would be off by several percent.
     large = jnp.full((1, 32), 3e4, jnp.bfloat16)
     np.testing.assert_allclose(np.asarray(layer(large), np.float32), 1.0, rtol=2**-8)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_mlp(bias: bool):
-    names = ("gate_up", "down", "gate_up_bias", "down_bias") if bias else ("gate_up", "down")
-    layer = GatedMLP(8, 16, bias, "float32")
-    values = {name: RANDOM.standard_normal(getattr(layer, name).shape).astype(np.float32) for name in names}
-    for name, value in values.items():
-        setattr(layer, name, nnx.Param(jnp.asarray(value)))
-    w = {
-        "gate.weight": values["gate_up"][:, 0].T,
-        "up.weight": values["gate_up"][:, 1].T,
-        "down.weight": values["down"].T,
-    }
-    if bias:
-        w |= {"gate.bias": values["gate_up_bias"][0], "up.bias": values["gate_up_bias"][1]}
-        w |= {"down.bias": values["down_bias"]}
-    x = RANDOM.standard_normal((3, 8)).astype(np.float32)
-    gate, up = reference.linear(w, "gate", x), reference.linear(w, "up", x)
-    wanted = reference.linear(w, "down", gate / (1 + np.exp(-gate)) * up)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_products_keep_the_activations_dtype():
-    x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
-    assert contract("td,df->tf", x, w).dtype == jnp.bfloat16

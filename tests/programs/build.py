@@ -12,6 +12,7 @@ from tpu_infer.engine import Engine
 from tpu_infer.mesh import MeshSpec, make_mesh
 from tpu_infer.messages import Died, Failed, FromEngine, Submit
 from tpu_infer.metrics import Metrics
+from tpu_infer.models.config import LinearScaling, RopeConfig
 from tpu_infer.models.decoder import DecoderSpec, LayerForm
 from tpu_infer.programs.buckets import Lattice
 from tpu_infer.programs.compiles import CompileWatch
@@ -23,7 +24,7 @@ VOCAB = 60  # ids from here on are padding: their logits are far above all other
 POISON = 63  # its embedding is NaN; only a prompt can name it
 SLOTS, PAGE, COLUMNS, BUDGET, TOP = 4, 8, 12, 64, 5
 
-CONFIG = tiny.config()
+CONFIG = tiny.config(rope=RopeConfig(10_000.0, LinearScaling(4.0)))
 TENSORS = tiny.random_tensors(CONFIG)
 TENSORS["lm_head.weight"][VOCAB:] *= 100
 TENSORS["model.embed_tokens.weight"][POISON] = np.nan

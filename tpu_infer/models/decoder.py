@@ -20,7 +20,7 @@ from tpu_infer.mesh import Axes, kv_repeats
 from tpu_infer.models.attention import Attention, StepContext, rope_tables
 from tpu_infer.models.cache import KVGroup
 from tpu_infer.models.config import LayerGroup, LayerKind, ModelConfig
-from tpu_infer.models.layers import GatedMLP, RMSNorm, contract, rope_frequencies, weight
+from tpu_infer.models.layers import GatedMLP, RMSNorm, project, rope_frequencies, weight
 
 Array = jax.Array
 LayerForm = Literal["scan", "unroll"]
@@ -184,4 +184,4 @@ class Decoder(nnx.Module):
     def logits(self, x_RD: Array) -> Array:
         """float32 logits_RV of normalised hidden states."""
         head_VD = self.embedding if self.head is None else self.head
-        return contract("rd,vd->rv", x_RD, head_VD[...]).astype(jnp.float32)
+        return project(x_RD, head_VD[...]).astype(jnp.float32)

@@ -28,9 +28,15 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def contract(equation: str, x: Array, w: Array) -> Array:
-    """An einsum of activations and a weight, in the activations' dtype."""
-    return jnp.einsum(equation, x, w, precision=precision(x.dtype))
+def project(x_TI: Array, w_OI: Array) -> Array:
+    """x_TI times a weight's transpose, in x's dtype. Any axes of the weight before its last are outputs: [T, *outputs].
+
+    Weights stand outputs first, as in checkpoints: XLA:CPU multiplies eight rows and more a fifth faster by them.
+    """
+    outputs, inputs = w_OI.shape[:-1], w_OI.shape[-1]
+    # One output axis: over several, XLA:CPU would copy the weight in every step.
+    product = jnp.einsum("ti,oi->to", x_TI, w_OI.reshape(-1, inputs), precision=precision(x_TI.dtype))
+    return product.reshape(x_TI.shape[0], *outputs)
 
 
 class RMSNorm(nnx.Module):
@@ -50,17 +56,17 @@ class GatedMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, width: int, hidden: int, bias: bool, dtype: str, stack: int | None = None) -> None:
-        self.gate_up = weight((width, 2, hidden), (None, None, "hidden"), dtype, stack)
-        self.down = weight((hidden, width), ("hidden", None), dtype, stack)
+        self.gate_up = weight((2, hidden, width), (None, "hidden", None), dtype, stack)
+        self.down = weight((width, hidden), (None, "hidden"), dtype, stack)
         self.gate_up_bias = weight((2, hidden), (None, "hidden"), dtype, stack) if bias else None
         self.down_bias = weight((width,), (None,), dtype, stack) if bias else None
 
     def __call__(self, x_TD: Array) -> Array:
-        both_T2F = contract("td,dcf->tcf", x_TD, self.gate_up[...])
+        both_T2F = project(x_TD, self.gate_up[...])
         if self.gate_up_bias is not None:
             both_T2F += self.gate_up_bias[...]
         hidden_TF = jax.nn.silu(both_T2F[:, 0]) * both_T2F[:, 1]
-        out_TD = contract("tf,fd->td", hidden_TF, self.down[...])
+        out_TD = project(hidden_TF, self.down[...])
         return out_TD if self.down_bias is None else out_TD + self.down_bias[...]
 
 

@@ -105,25 +105,21 @@ class _Source:
                 return self._qkv(prefix, ".bias")
             case ("attention", "out"):
                 out_DX = self._tensor(prefix + "self_attn.o_proj.weight")
-                return np.ascontiguousarray(out_DX.T).reshape(
-                    self.kv_heads, self.group, self.config.head_dim, self.config.width
-                )
+                return out_DX.reshape(-1, self.kv_heads, self.group, self.config.head_dim)
             case ("mlp", "gate_up"):
-                halves = [self._tensor(prefix + f"mlp.{part}_proj.weight") for part in ("gate", "up")]
-                return np.ascontiguousarray(np.stack(halves).transpose(2, 0, 1))
+                return np.stack([self._tensor(prefix + f"mlp.{part}_proj.weight") for part in ("gate", "up")])
             case ("mlp", "gate_up_bias"):
                 return np.stack([self._tensor(prefix + f"mlp.{part}_proj.bias") for part in ("gate", "up")])
             case ("mlp", "down"):
-                return np.ascontiguousarray(self._tensor(prefix + "mlp.down_proj.weight").T)
+                return self._tensor(prefix + "mlp.down_proj.weight")
         raise KeyError(name)
 
     def _qkv(self, prefix: str, kind: str) -> np.ndarray:
-        """[D, K, G + 2, H] (a bias lacks D): by KV head its queries, its key, its value; KV heads replicated."""
+        """[K, G + 2, H, D] (a bias lacks D): by KV head its queries, its key, its value; KV heads replicated."""
         heads, head = self.config.kv_heads, self.config.head_dim
         q, k, v = (self._tensor(prefix + f"self_attn.{part}_proj{kind}") for part in "qkv")
         rest = q.shape[1:]
         repeats = self.kv_heads // heads
         q_KGHD = q.reshape(self.kv_heads, self.group, head, *rest)
         kv = [np.repeat(part.reshape(heads, 1, head, *rest), repeats, axis=0) for part in (k, v)]
-        joined = np.concatenate([q_KGHD, *kv], axis=1)
-        return np.ascontiguousarray(np.moveaxis(joined, -1, 0)) if rest else joined
+        return np.concatenate([q_KGHD, *kv], axis=1)
