@@ -11,6 +11,7 @@ The table's "elsewhere" says how many CPUs other processes kept busy meanwhile: 
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -269,6 +270,13 @@ def print_table(records: list[dict], base: str) -> None:
         print(format_record(record))
 
 
+def print_unmeasured() -> None:
+    """Peers that this script has no child for, and whether they are here to be measured by their own tools."""
+    llama = shutil.which("llama-bench") or importlib.util.find_spec("llama_cpp")
+    for peer, found in (("llama.cpp", llama), ("vLLM", importlib.util.find_spec("vllm"))):
+        print(f"{peer}: {'installed, but not measured by this script' if found else 'not installed, not measured'}")
+
+
 def parse_options() -> Options:
     """Read the command line; the model may come from the environment instead."""
 
@@ -316,6 +324,7 @@ def main() -> int:
     base = next(iter(pythons))
     records = summarise(results, base)
     print_table(records, base)
+    print_unmeasured()
     if options.json is not None:
         options.json.write_text(json.dumps(records, indent=1) + "\n")
     return int(any(record.get("target") and record["ratio"] < record["target"] for record in records))

@@ -54,8 +54,9 @@ def ragged_paged_attention(
     the tokens seen, the query's own included. `soft_cap` bounds scores by cap * tanh(score / cap). `sinks_N` are
     logits that take part in each head's softmax and carry no value. `decode_only` promises that query token r is row
     r's only one, and leaves out the code for others. Scores and sums are float32; the output has q's dtype. Query head
-    n reads KV head n // (N / K). Keys and values that are no finite numbers are written as 0, so that one row's fault
-    can't reach whoever gets its pages next.
+    n reads KV head n // (N / K). A key or value that is no finite number is written as a NaN key and a zero value: its
+    own row sees the fault, and whoever gets its page next does not, since masked scores are replaced and values are
+    finite wherever this op has written.
     """
     cache_LPKSC = write_kv(k_TKH, v_TKH, cache_LPKSC, layer, batch)
     attend = _Attend(cache_LPKSC, layer, batch, scale, window, soft_cap, sinks_N)
@@ -96,8 +97,9 @@ def write_kv(k_TKH: Array, v_TKH: Array, cache_LPKSC: Array, layer: Array, batch
     row_T, position_T, valid_T = token_positions(batch, k_TKH.shape[0])
     column_T = jnp.minimum(lax.div(position_T, page_size), batch.tables_RP.shape[1] - 1)
     page_T, offset_T = batch.tables_RP[row_T, column_T], lax.rem(position_T, page_size)
-    kv_TKC = jnp.concatenate([k_TKH, v_TKH], axis=-1)
-    kv_TKC = jnp.where(jnp.isfinite(kv_TKC), kv_TKC, 0).astype(cache_LPKSC.dtype)
+    fault_TK1 = ~(jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)).all(-1, keepdims=True)
+    marked = [jnp.where(fault_TK1, jnp.nan, k_TKH), jnp.where(fault_TK1, 0, v_TKH)]
+    kv_TKC = jnp.concatenate(marked, axis=-1).astype(cache_LPKSC.dtype)
     zero = jnp.int32(0)
 
     def body(token: Array, cache_LPKSC: Array) -> Array:
