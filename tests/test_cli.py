@@ -105,3 +105,16 @@ def test_interrupted_in_any_phase(directory: str, tmp_path: Path, seconds: float
     assert process.returncode in (0, 130, -signal.SIGINT), errors
     assert process.returncode != 130 or b"Traceback" not in errors
     assert run("generate", "abc", "--model", directory, "--max-tokens", "1", *FAST, cache=tmp_path).returncode == 0
+
+
+def test_interrupted_at_the_prompt(directory: str) -> None:
+    """Ctrl-C ends a chat that waits for a line, though its input stays open."""
+    command = [sys.executable, "-m", "tpu_infer.cli", "serve", "--model", directory, *FAST]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as process:  # type: ignore[call-overload]
+        assert process.stderr is not None
+        while "Ctrl-D ends" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130

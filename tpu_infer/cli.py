@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from tpu_infer.config import Config, config_file, load_config, options
 from tpu_infer.errors import TpuInferError
 from tpu_infer.llm import Service, start_service
-from tpu_infer.types import FinishReason, Request, SamplingParams
+from tpu_infer.types import Request, SamplingParams
 from tpu_infer.weights.hub import default_cache_dir, resolve
 
 app = typer.Typer(help="LLM inference on Cloud TPU, and on a CPU.", no_args_is_help=True, add_completion=False)
@@ -135,7 +135,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="makes a sampled answer repeatable")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="send the prompt as a user's message")] = False,
 ) -> None:
-    """Continue one prompt, streaming to the terminal."""
+    """Continue one prompt, streaming to the terminal. One sequence runs, whatever max_num_seqs a file names."""
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
@@ -152,7 +152,7 @@ def generate(
 @app.command()
 @with_options
 def serve(config: Config, model: ModelFlag = None) -> None:
-    """Chat at a prompt on the terminal; Ctrl-C stops an answer, Ctrl-D ends."""
+    """Chat at a prompt on the terminal; Ctrl-D or Ctrl-C ends. One sequence runs, whatever a file names."""
     with running_service(_single(config, model)) as service:
         limits = service.executor.limits
         name = service.checkpoint.config.name
@@ -161,7 +161,9 @@ def serve(config: Config, model: ModelFlag = None) -> None:
             f"/clear forgets, Ctrl-D ends.",
             markup=False,
         )
-        asyncio.run(converse(service))
+        # Lines are read on the main thread, between runs of one loop: a thread that reads could not be interrupted.
+        with asyncio.Runner() as runner:
+            converse(service, runner)
 
 
 @app.command()
@@ -184,7 +186,6 @@ class Answer:
         self.started = time.perf_counter()
         self.first_token_at = self.ended = self.started
         self.tokens = 0
-        self.finish: FinishReason | None = None
         self.text = ""
 
     @property
@@ -207,7 +208,6 @@ async def stream_answer(service: Service, request: Request) -> Answer:
             answer.first_token_at = time.perf_counter()
         answer.tokens += len(delta.token_ids)
         answer.text += delta.text
-        answer.finish = delta.finish_reason
         sys.stdout.write(delta.text)
         sys.stdout.flush()
     answer.ended = time.perf_counter()
@@ -215,12 +215,11 @@ async def stream_answer(service: Service, request: Request) -> Answer:
     return answer
 
 
-async def converse(service: Service) -> None:
+def converse(service: Service, runner: asyncio.Runner) -> None:
     """A conversation at the terminal: one user, one model."""
     messages: list[dict[str, Any]] = []
-    params = SamplingParams(max_tokens=CHAT_TOKENS, temperature=0.7, top_p=0.9)
     number = 0
-    while (line := await asyncio.to_thread(_ask)) is not None:
+    while (line := _ask()) is not None:
         if line.strip() == "/clear":
             messages.clear()
         if not line.strip() or line.strip() == "/clear":
@@ -230,9 +229,9 @@ async def converse(service: Service) -> None:
         try:
             ids = service.tokenizer.encode_chat(messages)
             room = service.executor.limits.max_model_len - len(ids)
-            limited = SamplingParams(max_tokens=max(1, min(CHAT_TOKENS, room)), temperature=0.7, top_p=0.9)
-            request = Request(id=str(number), prompt=ids, params=limited if room < CHAT_TOKENS else params)
-            answer = await stream_answer(service, request)
+            params = SamplingParams(max_tokens=max(1, min(CHAT_TOKENS, room)), temperature=0.7, top_p=0.9)
+            request = Request(id=str(number), prompt=ids, params=params)
+            answer = runner.run(stream_answer(service, request))
         except TpuInferError as error:
             notes.print(f"{error} (/clear starts anew)", style="red", markup=False)
             messages.pop()
